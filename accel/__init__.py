@@ -1,0 +1,1 @@
+"""The device side: model, KV cache, sampler, executor. Knows nothing of gRPC."""
