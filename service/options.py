@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter, Token
+from cyclopts import Group, Parameter, Token
 
 from decodestep.service.addresses import Address
 
@@ -45,11 +45,16 @@ def _convert_size(_type: object, tokens: Sequence[Token]) -> int:
     return parse_size(tokens[0].value)
 
 
-Size = Annotated[int, Parameter(converter=_convert_size, metavar="SIZE", n_tokens=1)]
-_MODEL = Parameter(group="Model and device")
-_CACHE = Parameter(group="KV cache and sequences")
-_LISTEN = Parameter(group="Where it listens")
-_LIMITS = Parameter(group="Limits")
+def _show_size(size: int) -> str:
+    return f"{size // 2**20}MiB"
+
+
+Size = Annotated[int, Parameter(converter=_convert_size, show_default=_show_size, metavar="SIZE", n_tokens=1)]
+_MODEL = Parameter(group=Group.create_ordered("Model and device"))
+_CACHE = Parameter(group=Group.create_ordered("KV cache and sequences"))
+_LISTEN = Parameter(group=Group.create_ordered("Where it listens"))
+_LIMITS = Parameter(group=Group.create_ordered("Limits"))
+_ADDRESSES = Parameter(group=_LISTEN.group, show_default=" ".join)
 
 # Inclusive ranges of the numbers. None is let through where the field allows it.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -111,7 +116,7 @@ class ModelOptions:
 class ServeOptions(ModelOptions):
     """Everything that a server can be told."""
 
-    listen: Annotated[tuple[str, ...], _LISTEN] = (DEFAULT_ADDRESS,)
+    listen: Annotated[tuple[str, ...], _ADDRESSES] = (DEFAULT_ADDRESS,)
     """HOST:PORT, [IPv6]:PORT or unix:/PATH; may be given several times. Port 0 takes any free one."""
     allow_insecure: Annotated[bool, _LISTEN] = False
     """Listen without TLS on addresses that other machines can reach."""
