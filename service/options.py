@@ -49,11 +49,12 @@ def _show_size(size: int) -> str:
     return f"{size // 2**20}MiB"
 
 
-Size = Annotated[int, Parameter(converter=_convert_size, show_default=_show_size, metavar="SIZE", n_tokens=1)]
+Size = Annotated[int, Parameter(converter=_convert_size, metavar="SIZE", n_tokens=1)]
 _MODEL = Parameter(group=Group.create_ordered("Model and device"))
 _CACHE = Parameter(group=Group.create_ordered("KV cache and sequences"))
 _LISTEN = Parameter(group=Group.create_ordered("Where it listens"))
 _LIMITS = Parameter(group=Group.create_ordered("Limits"))
+_MESSAGE = Parameter(group=_LIMITS.group, show_default=_show_size)
 _ADDRESSES = Parameter(group=_LISTEN.group, show_default=" ".join)
 
 # Inclusive ranges of the numbers. None is let through where the field allows it.
@@ -142,7 +143,7 @@ class ServeOptions(ModelOptions):
     """Seconds without a call after which a session without a Step stream ends."""
     stream_grace: Annotated[float, _LIMITS] = 10.0
     """Seconds that a session outlives its Step stream."""
-    max_message_size: Annotated[Size, _LIMITS] = 64 * 2**20
+    max_message_size: Annotated[Size, _MESSAGE] = 64 * 2**20
     """Size of one message, either way, such as 64MiB."""
 
     def __post_init__(self) -> None:

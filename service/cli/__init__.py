@@ -30,6 +30,7 @@ Chat = Annotated[
     bool, Parameter(help="Put each prompt into the model's chat template, as what the user says.")
 ]
 Model = Annotated[str | None, Parameter(help="A folder, a hub id or demo, to look at.")]
+_SERVE, _MODEL, _TARGET, _SAMPLING = ServeOptions(), ModelOptions(), TargetOptions(), SamplingOptions()
 
 
 def _version() -> str:
@@ -49,13 +50,13 @@ app = App(
     print_error=False,
     exit_on_error=False,
 )
-# Kubernetes sets DECODESTEP_PORT and DECODESTEP_SERVICE_HOST for a service of that name: variables that are no
-# option are left alone.
+# Variables that are no option are left alone: for a service named decodestep, Kubernetes sets DECODESTEP_PORT
+# and DECODESTEP_SERVICE_HOST.
 app.config = (Env("DECODESTEP_", command=False), ConfigFile(app))
 
 
 @app.command
-def serve(*, options: ServeOptions = ServeOptions(), config: Config = None, as_json: Json = False) -> int:
+def serve(*, options: ServeOptions = _SERVE, config: Config = None, as_json: Json = False) -> int:
     """Serve one model until SIGTERM or Ctrl-C.
 
     Writes `listening on ...` and, when the model is loaded, `ready` to stderr; with --json, JSON lines with
@@ -79,9 +80,9 @@ def generate(
     *,
     prompt: Prompts,
     chat: Chat = False,
-    sampling: SamplingOptions = SamplingOptions(),
-    target: TargetOptions = TargetOptions(),
-    model: ModelOptions = ModelOptions(),
+    sampling: SamplingOptions = _SAMPLING,
+    target: TargetOptions = _TARGET,
+    model: ModelOptions = _MODEL,
     config: Config = None,
     as_json: Json = False,
 ) -> int:
@@ -110,7 +111,7 @@ def generate(
 @app.command
 def info(
     *,
-    target: TargetOptions = TargetOptions(),
+    target: TargetOptions = _TARGET,
     model: Model = None,
     config: Config = None,
     as_json: Json = False,

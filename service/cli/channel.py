@@ -6,6 +6,7 @@ import grpc
 
 from decodestep.service.addresses import Address
 from decodestep.service.cli.options import TargetOptions
+from decodestep.service.options import DEFAULT_ADDRESS
 
 _SETTINGS = [
     ("grpc.max_receive_message_length", -1),  # how long answers are is the service's choice
@@ -14,9 +15,9 @@ _SETTINGS = [
 ]
 
 
-def open_channel(address: str, options: TargetOptions) -> grpc.aio.Channel:
-    """A channel to a service; nothing is sent yet."""
-    target = str(Address.parse(address))
+def open_channel(options: TargetOptions) -> grpc.aio.Channel:
+    """A channel to `options.target`, or else to the default address; nothing is sent yet."""
+    target = str(Address.parse(options.target or DEFAULT_ADDRESS))
     if options.tls_root is None:
         return grpc.aio.insecure_channel(target, _SETTINGS)
     certificate, key = options.tls_client_cert, options.tls_client_key

@@ -14,7 +14,7 @@ _HINTS = {
     "(and --tls-root if it talks TLS)",
     grpc.StatusCode.UNIMPLEMENTED: "what answers there is no decodestep service of this version",
     grpc.StatusCode.DEADLINE_EXCEEDED: "something listens there but does not answer: look at its log",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "the service takes no message of this size: see its --max-message-size",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "the message is too long: serve with a larger --max-message-size",
 }
 
 
@@ -29,7 +29,7 @@ def explain_rpc(error: grpc.aio.AioRpcError, address: str) -> str:
     """Code, reason and message of an RPC that failed, which fields are wrong, and what to do."""
     reason = ""
     lines = []
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # it has what is read of a Call
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
         request = error_details_pb2.BadRequest()

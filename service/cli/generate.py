@@ -62,16 +62,17 @@ def generate(job: Job) -> int:
 
 async def _generate(job: Job) -> None:
     async with AsyncExitStack() as stack:
-        address = job.target.target or await stack.enter_async_context(_own_service(job.model))
-        target = job.target if job.target.target else TargetOptions()
-        channel = await stack.enter_async_context(open_channel(address, target))
-        stub = DecodeStepServiceStub(channel)
+        target = job.target
+        if target.target is None:
+            address = await stack.enter_async_context(_own_service(job.model))
+            target = TargetOptions(target=address)
+        channel = await stack.enter_async_context(open_channel(target))
         running = asyncio.Semaphore(_MAX_CONCURRENT)
         is_streamed = len(job.prompts) == 1 and not job.as_json
 
         async def run(prompt: str) -> Continuation:
             async with running:
-                return await _continue(stub, prompt, job, is_streamed)
+                return await _continue(channel, prompt, job, is_streamed)
 
         tasks = [asyncio.create_task(run(prompt)) for prompt in job.prompts]
         try:
@@ -100,14 +101,14 @@ async def _own_service(model: ModelOptions) -> AsyncIterator[str]:
             await server.stop()
 
 
-async def _continue(stub: DecodeStepServiceStub, prompt: str, job: Job, is_streamed: bool) -> Continuation:
+async def _continue(channel: grpc.aio.Channel, prompt: str, job: Job, is_streamed: bool) -> Continuation:
     request = generate_pb2.GenerateRequest(sampling=_sampling(job.sampling))
     if job.is_chat:
         request.messages.append(tokenizer_pb2.ChatMessage(role="user", content=prompt))
     else:
         request.text = prompt
     result = Continuation(prompt)
-    async for piece in stub.Generate(request):
+    async for piece in DecodeStepServiceStub(channel).Generate(request):
         result.text += piece.text
         result.token_ids += [token.token_id for token in piece.tokens]
         result.num_prompt_tokens += piece.num_prompt_tokens

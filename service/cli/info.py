@@ -29,7 +29,7 @@ def info_of_service(target: TargetOptions, as_json: bool) -> int:
     """Print GetServerInfo of a running service. Returns the exit code."""
     address = target.target or DEFAULT_ADDRESS
     try:
-        response = asyncio.run(_get_server_info(address, target))
+        response = asyncio.run(_get_server_info(target))
     except grpc.aio.AioRpcError as error:
         print(explain_rpc(error, address), file=sys.stderr)
         return 1
@@ -48,8 +48,8 @@ def info_of_model(model: str, as_json: bool) -> int:
     return 1 if report["problems"] else 0
 
 
-async def _get_server_info(address: str, target: TargetOptions) -> info_pb2.GetServerInfoResponse:
-    async with open_channel(address, target) as channel:
+async def _get_server_info(target: TargetOptions) -> info_pb2.GetServerInfoResponse:
+    async with open_channel(target) as channel:
         stub = DecodeStepServiceStub(channel)
         return await stub.GetServerInfo(info_pb2.GetServerInfoRequest(), timeout=_TIMEOUT)
 
