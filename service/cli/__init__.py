@@ -16,6 +16,12 @@ from decodestep.service.cli.config_file import ConfigFile
 from decodestep.service.cli.options import SamplingOptions, TargetOptions
 from decodestep.service.options import ModelOptions, OptionError, ServeOptions
 
+
+def _one_prompt(_type: object, value: str, **_: object) -> list[str]:
+    """What a variable holds is one prompt, spaces and all."""
+    return [value]
+
+
 Config = Annotated[Path | None, Parameter(help="YAML file with options, such as `max_rows: 32`.")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Report in JSON, one object a line.")]
 Prompts = Annotated[
@@ -23,7 +29,7 @@ Prompts = Annotated[
     Parameter(
         help="Text to continue; may be given several times. `-` reads one prompt from stdin.",
         allow_leading_hyphen=True,
-        env_var_split=lambda _type, value: [value],
+        env_var_split=_one_prompt,
     ),
 ]
 Chat = Annotated[
@@ -129,10 +135,12 @@ def info(
 
         decodestep info --model /models/qwen3
     """
-    from decodestep.service.cli.info import info_of_model, info_of_service  # noqa: PLC0415
-
     if model is not None and target.target is None:
+        from decodestep.service.cli.folder import info_of_model  # noqa: PLC0415
+
         return info_of_model(model, as_json)
+    from decodestep.service.cli.info import info_of_service  # noqa: PLC0415
+
     return info_of_service(target, as_json)
 
 

@@ -1,10 +1,11 @@
-"""Looks at a model folder without loading its weights."""
+"""Says what a model folder holds and would need, without loading its weights."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +16,24 @@ from safetensors import SafetensorError, safe_open
 from decodestep.accel.config import ModelConfig
 from decodestep.accel.errors import ModelError
 from decodestep.accel.source import resolve_model
+from decodestep.service.cli.failures import explain_failure
+from decodestep.service.cli.report import show
 
 _KV_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def inspect_folder(model: str) -> dict[str, Any]:
+def info_of_model(model: str, as_json: bool) -> int:
+    """Print what a model folder holds. Returns the exit code: 1 if it would be refused."""
+    try:
+        report = _inspect(model)
+    except ModelError as error:
+        print(explain_failure(error), file=sys.stderr)
+        return 1
+    show(model, report, as_json)
+    return 1 if report["problems"] else 0
+
+
+def _inspect(model: str) -> dict[str, Any]:
     """Report on `model` (a folder, a hub id or demo); its `problems` are why it would be refused.
 
     Raises ModelError if there is no such model.
