@@ -100,8 +100,6 @@ class ModelOptions:
     """Sequences that can live at once."""
     max_context: Annotated[int | None, _CACHE] = None
     """Positions of a sequence. Default: as the model allows."""
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _MODEL] = "info"
-    """Least severe messages that are logged."""
 
     def __post_init__(self) -> None:
         """Raise OptionError for what cannot be used."""
@@ -145,6 +143,8 @@ class ServeOptions(ModelOptions):
     """Seconds that a session outlives its Step stream."""
     max_message_size: Annotated[Size, _MESSAGE] = 64 * 2**20
     """Size of one message, either way, such as 64MiB."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged, to stderr."""
 
     def __post_init__(self) -> None:
         """Raise OptionError for what cannot be used."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from decodestep.service.cli.channel import open_channel
 from decodestep.service.cli.failures import explain_rpc
@@ -38,14 +39,15 @@ async def _get_server_info(target: TargetOptions) -> info_pb2.GetServerInfoRespo
         return await stub.GetServerInfo(info_pb2.GetServerInfoRequest(), timeout=_TIMEOUT)
 
 
-def _plain(message: info_pb2.GetServerInfoResponse) -> dict[str, Any]:
-    """Fields by their proto names, with numbers where protobuf's JSON writes 64-bit integers as strings."""
-    report: dict[str, Any] = MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    report["model"] |= {
-        "num_parameters": message.model.num_parameters,
-        "weight_bytes": message.model.weight_bytes,
-    }
-    report["kv_cache"]["bytes"] = message.kv_cache.bytes
+def _plain(message: Message) -> dict[str, Any]:
+    """Fields in the order of the proto; protobuf's own JSON has strings for 64-bit integers."""
+    report: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, Message):
+            report[field.name] = _plain(value)
+        elif isinstance(value, Mapping):
+            report[field.name] = dict(value)
+        else:
+            report[field.name] = value if isinstance(value, str | int | float) else list(value)
     return report

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -19,11 +20,12 @@ def show(title: str, report: Mapping[str, Any], as_json: bool) -> None:
     single = {name: value for name, value in report.items() if not isinstance(value, dict)}
     sections = {name: value for name, value in report.items() if isinstance(value, dict)}
     for name, values in {title: single, **sections}.items():
-        table = Table(title=name, title_justify="left", title_style="bold", show_header=False, box=None)
+        console.print(name, style="bold", markup=False, highlight=False)
+        table = Table(show_header=False, box=None)
         table.add_column(style="dim")
         table.add_column(overflow="fold")
         for key, value in values.items():
-            table.add_row(key, _cell(key, value))
+            table.add_row(key, escape(_cell(key, value)))
         console.print(table)
         console.print()
 
@@ -41,7 +43,7 @@ def _cell(key: str, value: Any) -> str:
         return _readable_bytes(value)
     if isinstance(value, int) and key.startswith("num_"):
         return f"{value:,}"
-    return str(value)
+    return str(value) or "-"
 
 
 def _readable_bytes(size: int) -> str:
