@@ -148,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted."""
     try:
         code: int | None = app(arguments)
+        sys.stdout.flush()
     except (CycloptsError, OptionError) as error:
         print(
             f"error: {error}\n`decodestep --help` and `decodestep COMMAND --help` tell more", file=sys.stderr
