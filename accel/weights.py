@@ -49,8 +49,8 @@ def load_weights(
     tensors of `dtype` on the CPU. A module with a method `pack` is packed as soon as its own parameters are
     complete, so at most one module's weights exist twice. `progress` gets bytes done and bytes in all.
 
-    Raises ModelError naming every tensor that is missing, extra, of another shape or dtype, and every file that
-    is missing or damaged, before any data is read; and when reading fails.
+    Raises ModelError naming every tensor that is missing, extra, of another shape or dtype, and every file
+    that is missing or damaged, before any data is read; and when reading fails.
     """
     plan = {
         (module_name, name): list(_parts(f"{module_name}.{name}", tuple(parameter.shape), config))
@@ -131,22 +131,25 @@ def _place(tensor: StoredTensor) -> tuple[Path, int]:
 def _read(tensor: StoredTensor, out: torch.Tensor, chunk: torch.Tensor) -> Iterator[int]:
     """Read a tensor into `out`, contiguous and of its shape, and yield the bytes of each chunk.
 
-    Each chunk is converted on the way, so that no tensor exists in both dtypes. The file is read, not mapped: a
-    mapped one counts as memory of the process, and ends it with SIGBUS when it is cut short meanwhile.
+    Each chunk is converted on the way, so that no tensor exists in both dtypes. The file is read, not mapped:
+    a mapped one counts as memory of the process, and ends it with SIGBUS when it is cut short meanwhile.
     """
     stored = STORED_DTYPES[tensor.dtype]
-    bytes_view = memoryview(chunk.numpy())
-    source, target = chunk.view(stored), out.view(-1)
+    raw, source, target = chunk.numpy().data, chunk.view(stored), out.view(-1)
     try:
         with tensor.path.open("rb") as file:
             file.seek(tensor.offset)
             for start in range(0, tensor.num_bytes, len(chunk)):
                 num_bytes = min(len(chunk), tensor.num_bytes - start)
-                if file.readinto(bytes_view[:num_bytes]) < num_bytes:
-                    raise EOFError
+                if file.readinto(raw[:num_bytes]) < num_bytes:
+                    raise _unreadable(tensor, "it became shorter")
                 first, count = start // stored.itemsize, num_bytes // stored.itemsize
                 target[first : first + count].copy_(source[:count])
                 yield num_bytes
-    except (OSError, EOFError) as error:
-        reason = f"{tensor.path.name} cannot be read ({error or 'it became shorter'}): fetch it again"
-        raise ModelError(str(tensor.path.parent), [reason]) from error
+    except OSError as error:
+        raise _unreadable(tensor, error.strerror) from error
+
+
+def _unreadable(tensor: StoredTensor, reason: str | None) -> ModelError:
+    path = tensor.path
+    return ModelError(str(path.parent), [f"{path.name} cannot be read ({reason}): fetch it again"])
