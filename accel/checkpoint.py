@@ -78,9 +78,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             if weight_map.get(name, file_name) != file_name:
                 continue  # a leftover: the index says that another file holds it
             if name in tensors:
-                problems.append(
-                    f"tensor {name} is in {tensors[name].path.name} and in {file_name}: remove one"
-                )
+                other = tensors[name].path.name
+                problems.append(f"tensor {name} is in {other} and in {file_name}: remove one of the files")
             tensors[name] = tensor
     return Checkpoint(tensors, problems, weight_map, frozenset(unread))
 

@@ -37,7 +37,10 @@ def resolve_model(name: str) -> Path:
     """
     if name == "demo":
         return DEMO_FOLDER
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # ~someone, who has no home here
+        path = Path(name)
     if path.is_dir():
         return path
     if path.is_file():
