@@ -179,7 +179,7 @@ def test_a_file_is_refused_naming_its_folder(tmp_path: Path) -> None:
 )
 def test_a_path_that_does_not_exist_is_not_sent_to_the_hub(name: str) -> None:
     with pytest.raises(
-        ModelError, match="there is no folder /.*: expected demo, a folder or a hub id org/name"
+        ModelError, match=r"there is no folder /.*: expected demo, a folder or a hub id org/name"
     ):
         resolve_model(name)
 
