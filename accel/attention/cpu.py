@@ -82,7 +82,7 @@ class CpuAttention:
     def _attend(
         self, row: _Row, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """query [T, heads, head_dim] of one row to [T, heads * head_dim]."""
+        """Query [T, heads, head_dim] of one row to [T, heads * head_dim]."""
         if row.first_slot is not None:
             keys = keys.narrow(0, row.first_slot, row.kv_length)
             values = values.narrow(0, row.first_slot, row.kv_length)

@@ -49,7 +49,7 @@ def is_packable(weight: torch.Tensor) -> bool:
 
 
 def linear_unpacked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T for a weight [out, in] that stays as it is, such as a tied embedding."""
+    """X W^T for a weight [out, in] that stays as it is, such as a tied embedding."""
     rows = x.shape[0]
     if x.dtype is torch.float32 and _LEAST_TRANSPOSED_ROWS <= rows <= _MOST_TRANSPOSED_ROWS:
         return torch.mm(weight, x.t()).t().contiguous()
