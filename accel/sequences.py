@@ -24,7 +24,7 @@ class FinishReason(enum.Enum):
 
 
 class Sequence:
-    """Host side of one sequence. `length` positions have KV and history; the token sampled last is not in it."""
+    """Host side of one sequence. `length` positions have KV and history; a pending token is beyond them."""
 
     __slots__ = (
         "blocks",

@@ -29,6 +29,11 @@ class Linear(torch.nn.Module):
             self._packed = reorder(self.weight.detach(), _ROWS_TO_PACK_FOR)
             del self.weight
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight is in the kernel's layout."""
+        return self._packed is not None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in_features] to [N, out_features]."""
         if self._packed is None:

@@ -52,9 +52,12 @@ def _least_kept(
         least[limited] = best[limited].gather(1, last[:, None])
     narrowed = (top_p < 1).nonzero()[:, 0].tolist()
     if narrowed:
-        goal = top_p[narrowed] * _block_sums(
-            probs[narrowed].masked_fill_(logits[narrowed] < least[narrowed], 0.0)
-        ).sum(-1)
+        goal = (
+            top_p[narrowed]
+            * _block_sums(probs[narrowed].masked_fill_(logits[narrowed] < least[narrowed], 0.0)).cumsum(-1)[
+                :, -1
+            ]
+        )
         while narrowed:
             mass = probs[narrowed].gather(1, tokens[narrowed]).double().cumsum(-1)
             is_reached = mass[:, -1] >= goal
