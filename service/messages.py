@@ -24,7 +24,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Append tokens. `error` is what its own values are refused for. A seed of None is chosen at the start."""
+    """Append tokens. `error` is what its own values are refused for."""
 
     sequence_id: int
     token_ids: TokenIds
@@ -123,4 +123,3 @@ class Report:
     prepare: float = 0.0
     device: float = 0.0
     sample: float = 0.0
-    ran: bool = False  # something took effect or was refused by state: the answer is worth keeping
