@@ -12,13 +12,14 @@ from decodestep.accel.errors import AccelError, RowError
 from decodestep.accel.executor import Executor, StepTiming
 from decodestep.accel.loader import Engine
 from decodestep.service.errors import MessageError
-from decodestep.service.messages import Decode, ExecutionReport, Report, RowReport
+from decodestep.service.messages import Decode, ExecutionReport, ReleaseReport, Report, RowReport
 from decodestep.service.rows import Admitted, Rows
 from decodestep.service.step_queue import Entry, StepQueue
 
 _log = logging.getLogger(__name__)
 
 _CANCELLED = RowError("CANCELLED", "cancelled")
+_NOT_RUN = RowError("DEVICE_FAULT", "not run: the device has failed")
 _FAULT = "the device step failed"
 _BROKEN = MessageError("DEVICE_BROKEN", "the device has failed")
 Answer = Report | MessageError
@@ -52,7 +53,6 @@ class DeviceThread(threading.Thread):
         queue = self._make_queue(engine)
         self._loop.call_soon_threadsafe(self._on_loaded, engine)
         steps = Steps(engine.executor)
-        unit: list[Entry] = []
         try:
             while unit := queue.take():
                 done = steps.run(unit)
@@ -65,7 +65,7 @@ class DeviceThread(threading.Thread):
                 return
         except Exception:  # a bug of ours: nothing that this thread holds can be trusted any more
             _log.exception("the device's thread failed")
-        broken: dict[Entry, Answer] = dict.fromkeys((*unit, *queue.close(_BROKEN)), _BROKEN)
+        broken: dict[Entry, Answer] = dict.fromkeys(queue.break_off(_BROKEN), _BROKEN)
         self._loop.call_soon_threadsafe(_answer, broken)
         self._loop.call_soon_threadsafe(self._on_broken)
 
@@ -91,29 +91,35 @@ class Steps:
     def run(self, unit: list[Entry]) -> dict[Entry, Answer]:
         """Run one turn. Returns the entries that are done, with their answers."""
         first = unit[0]
-        if first.is_expired:
+        if first.has_expired:
             waited = 1000 * (first.message.queue_timeout or 0)
             return {first: MessageError("QUEUE_TIMEOUT", f"not started within {waited:.0f} ms")}
         for entry in unit:
-            if not entry.is_started:
-                self._start(entry)
+            if not entry.is_open:
+                self._open(entry)
         if first.prefills:
             self._prefill(first)
             if first.prefills or (first.message.decodes and not self.is_broken):
                 return {}
+            # Not reached where the device works; a broken one runs no decode rows any more.
+            first.report.decodes = [
+                self._rows.refuse(first.owner, row.sequence_id, _NOT_RUN) for row in first.message.decodes
+            ]
         else:
             self._decode(unit)
         for entry in unit:
             entry.report.free_blocks = self._executor.table.allocator.num_free
         return {entry: entry.report for entry in unit}
 
-    def _start(self, entry: Entry) -> None:
+    def _open(self, entry: Entry) -> None:
         """Releases, then blocks for all prefill rows."""
-        entry.is_started = True
+        entry.is_open = True
         report, message = entry.report, entry.message
         report.queue = time.perf_counter() - entry.arrived
-        if not entry.is_cancelled:
-            for release in message.releases:
+        for release in message.releases:
+            if entry.is_cancelled:
+                report.releases.append(ReleaseReport(release.sequence_id, error=_CANCELLED))
+            else:
                 report.releases += self._rows.release(entry.owner, release)
         # Filled in by row as they end.
         report.prefills = [_NO_REPORT] * len(message.prefills)
@@ -181,7 +187,9 @@ class Steps:
                 entry.report.decodes.append(self._rows.finish(running_row))
 
     def _admit(self, entry: Entry, row: Decode) -> Admitted | RowReport:
-        if entry.is_cancelled or entry.is_dropped or row.sequence_id in entry.cancelled_ids:
+        # Decode rows alone are not held up by anything: once taken they run.
+        was_stopped = entry.is_dropped and entry.message.prefills
+        if entry.is_cancelled or was_stopped or row.sequence_id in entry.cancelled_ids:
             return self._rows.refuse(entry.owner, row.sequence_id, _CANCELLED)
         return self._rows.admit_decode(entry.owner, row)
 

@@ -23,8 +23,10 @@ class Entry:
     future: asyncio.Future[Report]  # of the event loop; only its thread may touch it
     arrived: float = field(default_factory=time.perf_counter)
 
-    # Written under the queue's lock until it has started, then by the device's thread.
-    is_started: bool = False
+    # Written by the device's thread, `is_started` under the queue's lock.
+    is_started: bool = False  # taken for its first turn: from now on it gets an answer
+    has_expired: bool = False
+    is_open: bool = False  # its releases are done and its prefill rows admitted
     report: Report = field(default_factory=Report)
     prefills: dict[int, Admitted] = field(default_factory=dict)  # under way, by row
 
@@ -36,13 +38,14 @@ class Entry:
     @property
     def has_prefills(self) -> bool:
         """Whether prefill rows are still to be computed."""
-        return bool(self.prefills) if self.is_started else bool(self.message.prefills)
+        return bool(self.prefills) if self.is_open else bool(self.message.prefills)
 
-    @property
-    def is_expired(self) -> bool:
-        """Whether it waited too long."""
+    def expires(self) -> bool:
+        """Whether it has waited too long to start."""
         timeout = self.message.queue_timeout
-        return not self.is_started and timeout is not None and time.perf_counter() - self.arrived > timeout
+        if not self.is_started and timeout is not None:
+            self.has_expired = time.perf_counter() - self.arrived > timeout
+        return self.has_expired
 
 
 class StepQueue:
@@ -72,15 +75,35 @@ class StepQueue:
             self._changed.notify()
 
     def close(self, error: MessageError) -> list[Entry]:
-        """Take nothing more and return what has not started, to be answered. What runs may finish."""
+        """Take nothing more. Returns what has not started, to be answered; prompts under way stop."""
         with self._changed:
             self._closed = error
-            left = [entry for entry in self._entries() if not entry.is_started]
-            for entries in self._ring.values():
-                for entry in entries:
-                    entry.is_dropped = True
+            entries = self._entries()
+            for entry in entries:
+                entry.is_dropped = True
             self._changed.notify()
-            return left
+            return [entry for entry in entries if not entry.is_started]
+
+    def break_off(self, error: MessageError) -> list[Entry]:
+        """Take nothing more and forget everything. Returns all entries, to be answered."""
+        with self._changed:
+            self._closed = error
+            entries = self._entries()
+            self._ring.clear()
+            return entries
+
+    def drop(self, owner: Sequences, entries: Iterable[Entry]) -> list[Entry]:
+        """Nobody waits for these: what has not started goes as if it never came, and is returned.
+
+        A prompt under way stops at its next piece.
+        """
+        with self._changed:
+            dropped = []
+            for entry in entries:
+                entry.is_dropped = True
+                if not entry.is_started and entry in self._ring.get(owner, ()):
+                    dropped.append(entry)
+            return dropped
 
     def entries(self, owner: Sequences) -> list[Entry]:
         """Entries of a session that wait or run."""
@@ -103,10 +126,12 @@ class StepQueue:
             owner, entries = next(iter(self._ring.items()))
             first = entries[0]
             unit = [first]
-            if not (first.is_expired or first.is_cancelled or first.has_prefills or first.message.no_merge):
+            is_alone = first.is_cancelled or first.has_prefills or first.message.no_merge
+            if not (first.expires() or is_alone):
                 unit += self._companions(first, owner)
             for entry in unit:
                 self._waiting -= not entry.is_started
+                entry.is_started = True
             return unit
 
     def end_turn(self, unit: list[Entry], done: Iterable[Entry]) -> None:
@@ -140,7 +165,7 @@ class StepQueue:
                     is_behind
                     or entry.has_prefills
                     or message.no_merge
-                    or entry.is_expired
+                    or entry.expires()
                     or entry.is_cancelled
                     or entry.is_dropped
                     or len(message.decodes) > room
@@ -161,6 +186,5 @@ class StepQueue:
             elif len(kept) < len(entries):
                 self._ring[owner] = deque(kept)
 
-    def _entries(self) -> Iterator[Entry]:
-        for entries in self._ring.values():
-            yield from entries
+    def _entries(self) -> list[Entry]:
+        return [entry for entries in self._ring.values() for entry in entries]

@@ -70,9 +70,7 @@ def parse_message(request: step_pb2.StepRequest, texts: dict[int, list[int]], bo
             parse_prefill(row, f"prefills[{index}]", texts.get(index), bounds)
             for index, row in enumerate(request.prefills)
         ],
-        decodes=[
-            parse_decode(row, f"decodes[{index}]", bounds) for index, row in enumerate(request.decodes)
-        ],
+        decodes=[parse_decode(row, f"decodes[{index}]", bounds) for index, row in enumerate(request.decodes)],
         no_merge=request.no_merge,
         queue_timeout=request.queue_timeout_ms / 1000 if request.queue_timeout_ms else None,
     )
@@ -120,7 +118,9 @@ def parse_decode(row: step_pb2.DecodeRow, path: str, bounds: Bounds) -> Decode:
         violations.append((f"{path}.token_id", _below_vocab(token_id, bounds)))
     error = _unserved(row, path, ("draft_token_ids", "block_ids", "first_block_index"))
     if row.num_tokens > 1:
-        error = RowError("NOT_SERVED_YET", f"`{path}.num_tokens` {row.num_tokens}: one token a step is served")
+        error = RowError(
+            "NOT_SERVED_YET", f"`{path}.num_tokens` {row.num_tokens}: one token a step is served"
+        )
     return Decode(
         sequence_id=row.sequence_id,
         token_id=token_id,
