@@ -6,11 +6,12 @@ import math
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from decodestep.accel.sampler.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from decodestep.accel.errors import RowError
+from decodestep.accel.sampler.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from decodestep.service.errors import InvalidRow, MessageError
 from decodestep.service.messages import Decode, Message, Prefill, Release
 from decodestep.v1 import sampling_pb2, step_pb2
@@ -28,10 +29,22 @@ class Bounds:
     max_rows: int
 
 
-def check_message(request: step_pb2.StepRequest, bounds: Bounds) -> None:
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the parts of a StepRequest are called in the request as it was sent."""
+
+    releases: str = "releases[{}].sequence_id"
+    prefills: str = "prefills"
+    decodes: str = "decodes"
+
+
+STEP_NAMES = Names()
+
+
+def check_message(request: step_pb2.StepRequest, bounds: Bounds, names: Names = STEP_NAMES) -> None:
     """Refuse what a message says of itself. Raises MessageError."""
     violations: Violations = []
-    for name, rows in (("prefills", request.prefills), ("decodes", request.decodes)):
+    for name, rows in ((names.prefills, request.prefills), (names.decodes, request.decodes)):
         if len(rows) > bounds.max_rows:
             violations.append((name, f"at most {bounds.max_rows} rows, {len(rows)} given"))
     releases_all = any(row.all for row in request.releases)
@@ -39,10 +52,10 @@ def check_message(request: step_pb2.StepRequest, bounds: Bounds) -> None:
         violations.append(("releases", "a row with `all` stands alone"))
     released: set[int] = set()
     if not releases_all:
-        _check_ids("releases", (row.sequence_id for row in request.releases), released, violations)
+        _check_ids(names.releases, request.releases, released, violations)
     stepped: set[int] = set()
-    _check_ids("prefills", (row.sequence_id for row in request.prefills), stepped, violations)
-    _check_ids("decodes", (row.sequence_id for row in request.decodes), stepped, violations)
+    _check_ids(names.prefills + "[{}].sequence_id", request.prefills, stepped, violations)
+    _check_ids(names.decodes + "[{}].sequence_id", request.decodes, stepped, violations)
     if violations:
         raise MessageError("INVALID_MESSAGE", "the message contradicts itself or a limit", violations)
     for name in ("forks", "block_frees", "block_copies"):
@@ -50,27 +63,38 @@ def check_message(request: step_pb2.StepRequest, bounds: Bounds) -> None:
             raise MessageError("NOT_SERVED_YET", f"`{name}` is not served", [(name, "empty")])
 
 
-def _check_ids(name: str, ids: Iterable[int], seen: set[int], violations: Violations) -> None:
-    for index, sequence_id in enumerate(ids):
-        if sequence_id in seen:
-            violations.append(
-                (f"{name}[{index}].sequence_id", f"{sequence_id} stands in the message more than once")
-            )
-        seen.add(sequence_id)
+class _HasSequenceId(Protocol):
+    @property
+    def sequence_id(self) -> int: ...
 
 
-def parse_message(request: step_pb2.StepRequest, texts: dict[int, list[int]], bounds: Bounds) -> Message:
-    """Turn a checked request into a Message; `texts` holds the tokens of prefill rows given as text, by index.
+def _check_ids(
+    path: str, rows: Iterable[_HasSequenceId], seen: set[int], violations: Violations
+) -> None:
+    for index, row in enumerate(rows):
+        if row.sequence_id in seen:
+            violations.append((path.format(index), f"{row.sequence_id} stands in the message more than once"))
+        seen.add(row.sequence_id)
 
-    A row whose own values are wrong becomes a row that fails.
+
+def parse_message(
+    request: step_pb2.StepRequest,
+    texts: dict[int, list[int]],
+    bounds: Bounds,
+    names: Names = STEP_NAMES,
+) -> Message:
+    """Turn a checked request into a Message.
+
+    `texts` holds the tokens of prefill rows given as text, by index. A row whose own values are wrong becomes
+    a row that fails.
     """
     return Message(
         releases=[Release(row.sequence_id, row.all) for row in request.releases],
         prefills=[
-            parse_prefill(row, f"prefills[{index}]", texts.get(index), bounds)
+            parse_prefill(row, f"{names.prefills}[{index}]", texts.get(index), bounds)
             for index, row in enumerate(request.prefills)
         ],
-        decodes=[parse_decode(row, f"decodes[{index}]", bounds) for index, row in enumerate(request.decodes)],
+        decodes=[parse_decode(row, f"{names.decodes}[{index}]", bounds) for index, row in enumerate(request.decodes)],
         no_merge=request.no_merge,
         queue_timeout=request.queue_timeout_ms / 1000 if request.queue_timeout_ms else None,
     )
@@ -96,6 +120,7 @@ def parse_prefill(
     params = None
     if row.HasField("sampling"):
         params = parse_sampling(row.sampling, f"{path}.sampling", bounds, violations)
+    bitmask = _parse_bitmask(row.allowed_token_bitmask, path, bounds, violations)
     error = _unserved(row, path, ("block_ids", "first_block_index", "cached_tokens"))
     return Prefill(
         sequence_id=row.sequence_id,
@@ -104,7 +129,7 @@ def parse_prefill(
         more=row.more,
         params=params,
         num_output_tokens=row.num_output_tokens,
-        bitmask=_parse_bitmask(row.allowed_token_bitmask, path, bounds, violations),
+        bitmask=bitmask,
         return_logits=row.return_logits,
         error=_refusal(violations) or error,
     )
@@ -137,8 +162,8 @@ def parse_sampling(
 ) -> SamplingParams:
     """Turn sampling parameters into the device side's; what is wrong is added to `violations`."""
 
-    def ranged(name: str, low: float, high: float, default: float = 0.0, *, above_low: bool = False) -> float:
-        value = float(getattr(message, name)) if _is_set(message, name) else default
+    def ranged(name: str, low: float, high: float, *, above_low: bool = False) -> float:
+        value = float(getattr(message, name))
         if not (low < value <= high if above_low else low <= value <= high):  # also refuses NaN
             bracket = "(" if above_low else "["
             violations.append((f"{path}.{name}", f"in {bracket}{low:g}, {high:g}], not {value:g}"))
@@ -176,9 +201,13 @@ def parse_sampling(
     return SamplingParams(
         temperature=ranged("temperature", 0, 100),
         top_k=message.top_k,
-        top_p=ranged("top_p", 0, 1, 1.0, above_low=True),
+        top_p=ranged("top_p", 0, 1, above_low=True) if message.HasField("top_p") else 1.0,
         min_p=ranged("min_p", 0, 1),
-        repetition_penalty=ranged("repetition_penalty", 0, 100, 1.0, above_low=True),
+        repetition_penalty=(
+            ranged("repetition_penalty", 0, 100, above_low=True)
+            if message.HasField("repetition_penalty")
+            else 1.0
+        ),
         presence_penalty=ranged("presence_penalty", -100, 100),
         frequency_penalty=ranged("frequency_penalty", -100, 100),
         logit_bias=tuple(bias),
@@ -191,11 +220,6 @@ def parse_sampling(
         processed_logprobs=message.logprobs_mode == sampling_pb2.LOGPROBS_MODE_PROCESSED,
         prompt_logprobs=count("prompt_logprobs", MAX_LOGPROBS),
     )
-
-
-def _is_set(message: sampling_pb2.SamplingParams, name: str) -> bool:
-    has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
-    return message.HasField(name) if has_presence else True  # type: ignore[arg-type]
 
 
 def _parse_bitmask(
