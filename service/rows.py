@@ -148,7 +148,7 @@ class Rows:
             raise _context_exceeded(start, count, table.context_length)
         is_new = sequence is None
         if sequence is None:
-            sequence = table.open(row.params or _default_params())
+            sequence = table.open(row.params or default_params())
             owner.by_id[row.sequence_id] = sequence
         try:
             table.reserve(sequence, start + count)
@@ -257,7 +257,8 @@ class Rows:
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
-def _default_params() -> SamplingParams:
+def default_params() -> SamplingParams:
+    """Greedy; with a seed, in case a later row samples."""
     return dataclasses.replace(SamplingParams(), seed=secrets.randbits(64))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -15,7 +15,7 @@ from decodestep.accel.loader import Engine
 from decodestep.service.errors import MessageError
 from decodestep.service.messages import Message, Release, Report
 from decodestep.service.options import ServeOptions
-from decodestep.service.sessions import DEFAULT_SESSION, Session, SessionKey, Sessions
+from decodestep.service.sessions import DEFAULT_SESSION, Answer, Session, SessionKey, Sessions
 from decodestep.service.step_queue import Entry, StepQueue
 from decodestep.service.tokenizer import Tokenizer
 from decodestep.service.validation import STEP_NAMES, Bounds, Names, check_message, parse_message
@@ -37,16 +37,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """A message on its way, or one that was on it before."""
+    """A message on its way, or one with the same step id that was on it before."""
 
-    report: asyncio.Future[Report]
+    answer: Answer
     arrived: float
-    entry: Entry | None  # None: this call does not own it, another one's answer is awaited
+    from_record: bool = False  # nothing runs for this call
 
-    @property
-    def from_record(self) -> bool:
-        """Whether nothing runs for this call."""
-        return self.entry is None
+    async def wait(self) -> Report:
+        """The answer. Raises MessageError. Cancelling the caller does not cancel the message."""
+        return await asyncio.shield(self.answer.report)
 
 
 class Service:
@@ -81,6 +80,11 @@ class Service:
         if self._loaded is None:
             raise self._refusal
         return self._loaded
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that nobody holds; 0 while there are none."""
+        return 0 if self._loaded is None else self._loaded.engine.executor.table.allocator.num_free
 
     def session_key(self, context: grpc.aio.ServicerContext) -> SessionKey:
         """Identity and name of the session that a call names. Raises MessageError."""
@@ -135,9 +139,11 @@ class Service:
         digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
         known = session.record.find(request.step_id, digest)
         if known is not None:
-            return Submitted(known, arrived, None)
+            if known.entry is not None:
+                known.entry.num_waiting += 1
+            return Submitted(known, arrived, from_record=True)
         submitted = self.submit(session, message, must_fit, arrived)
-        session.record.add(request.step_id, digest, submitted.report)
+        session.record.add(request.step_id, digest, submitted.answer)
         return submitted
 
     def submit(self, session: Session, message: Message, must_fit: bool, arrived: float) -> Submitted:
@@ -147,11 +153,17 @@ class Service:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         entry = Entry(session.sequences, message, future, arrived)
         self.loaded.queue.put(entry, must_fit)
-        return Submitted(future, arrived, entry)
+        return Submitted(Answer(future, entry), arrived)
 
-    def drop(self, session: Session, submitted: Sequence[Submitted]) -> None:
-        """The client is gone: what has not started goes as if it never came."""
-        entries = [one.entry for one in submitted if one.entry is not None and not one.report.done()]
+    def drop(self, session: Session, submitted: Iterable[Submitted]) -> None:
+        """The client is gone: what has not started, and no other call waits for, goes as if it never came."""
+        entries = []
+        for one in submitted:
+            entry = one.answer.entry
+            if entry is not None:
+                entry.num_waiting -= 1
+                if entry.num_waiting == 0:
+                    entries.append(entry)
         if entries and self._loaded is not None:
             for entry in self._loaded.queue.drop(session.sequences, entries):
                 entry.future.cancel()
@@ -160,8 +172,9 @@ class Service:
         """Tell rows and messages of the session that have not run to fail. Returns how many were told."""
         sequence_ids, step_ids = set(cancellation.sequence_ids), set(cancellation.step_ids)
         told = 0
+        named = session.record.entries(step_ids)
         for entry in self.loaded.queue.entries(session.sequences):
-            if entry.future in session.record.futures(step_ids):
+            if entry in named:
                 entry.is_cancelled = True
                 told += 1
             rows = {row.sequence_id for row in (*entry.message.prefills, *entry.message.decodes)}

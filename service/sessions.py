@@ -12,9 +12,18 @@ from dataclasses import dataclass, field
 from decodestep.service.errors import MessageError
 from decodestep.service.messages import Report
 from decodestep.service.rows import Sequences
+from decodestep.service.step_queue import Entry
 
 DEFAULT_SESSION = "default"
 SessionKey = tuple[str, str]  # identity of an authenticated client or "", and the session's name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """An answer, perhaps still to come; then `entry` is the message on its way."""
+
+    report: asyncio.Future[Report]
+    entry: Entry | None
 
 
 class StepRecord:
@@ -22,12 +31,12 @@ class StepRecord:
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._answers: OrderedDict[int, tuple[bytes, asyncio.Future[Report]]] = OrderedDict()
+        self._answers: OrderedDict[int, tuple[bytes, Answer]] = OrderedDict()
         self._horizon = -1  # the largest id that was forgotten
         self.last_step_id: int | None = None
 
-    def find(self, step_id: int, digest: bytes) -> asyncio.Future[Report] | None:
-        """The answer, perhaps still to come, of a step that was seen before; None for a new one.
+    def find(self, step_id: int, digest: bytes) -> Answer | None:
+        """The answer of a step that was seen before; None for a new one.
 
         Raises MessageError for an id that ran with other content, or that is forgotten.
         """
@@ -44,21 +53,21 @@ class StepRecord:
             raise MessageError("STEP_ID_REUSED", f"step_id {step_id} was given to another message before")
         return known[1]
 
-    def futures(self, step_ids: Iterable[int]) -> list[asyncio.Future[Report]]:
-        """Answers of these steps, as far as they are kept."""
-        return [self._answers[step_id][1] for step_id in step_ids if step_id in self._answers]
+    def entries(self, step_ids: Iterable[int]) -> list[Entry | None]:
+        """The messages with these step ids that are on their way."""
+        return [self._answers[step_id][1].entry for step_id in step_ids if step_id in self._answers]
 
-    def add(self, step_id: int, digest: bytes, future: asyncio.Future[Report]) -> None:
+    def add(self, step_id: int, digest: bytes, answer: Answer) -> None:
         """Record a step that is enqueued. One that comes to nothing is forgotten again."""
-        self._answers[step_id] = (digest, future)
-        future.add_done_callback(lambda done: self._settle(step_id, done))
+        self._answers[step_id] = (digest, answer)
+        answer.report.add_done_callback(lambda done: self._settle(step_id, done))
         while len(self._answers) > self._window:
             forgotten, _ = self._answers.popitem(last=False)
             self._horizon = max(self._horizon, forgotten)
 
     def _settle(self, step_id: int, future: asyncio.Future[Report]) -> None:
         known = self._answers.get(step_id)
-        if known is None or known[1] is not future:
+        if known is None or known[1].report is not future:
             return
         if future.cancelled() or future.exception() is not None:
             del self._answers[step_id]  # it never ran
@@ -66,7 +75,7 @@ class StepRecord:
         self.last_step_id = max(step_id, self.last_step_id or 0)
         kept: asyncio.Future[Report] = future.get_loop().create_future()
         kept.set_result(_without_logits(future.result()))
-        self._answers[step_id] = (known[0], kept)
+        self._answers[step_id] = (known[0], Answer(kept, None))
 
 
 def _without_logits(report: Report) -> Report:

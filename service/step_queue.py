@@ -33,6 +33,7 @@ class Entry:
     # Written by the event loop, read at the next piece or before the step closes.
     is_cancelled: bool = False  # as a whole, on demand: its rows fail and break their chains
     is_dropped: bool = False  # nobody waits for it any more
+    num_waiting: int = 1  # calls that wait for its answer
     cancelled_ids: set[int] = field(default_factory=set)
 
     @property
