@@ -14,7 +14,7 @@ import torch
 from decodestep.accel.attention.cpu import CpuAttention
 from decodestep.accel.config import ModelConfig
 from decodestep.accel.dtype import choose_dtype
-from decodestep.accel.errors import DeviceError, ModelError
+from decodestep.accel.errors import AccelError, DeviceError, ModelError
 from decodestep.accel.executor import Executor
 from decodestep.accel.kv_cache import BlockAllocator, CachePlan, plan_cache
 from decodestep.accel.layers.linear import Linear
@@ -61,10 +61,16 @@ class Engine:
     weight_formats: dict[str, int]  # tensors in each
 
 
-def load(settings: Settings, report: Callable[[str], None]) -> Engine:
-    """Load a model. `report` gets a line now and then, for people.
+class LoadCancelled(AccelError):
+    """Loading was told to stop."""
 
-    Raises ModelError, and DeviceError for a device that is missing or too small.
+
+def load(
+    settings: Settings, report: Callable[[str], None], is_cancelled: Callable[[], bool] = lambda: False
+) -> Engine:
+    """Load a model. `report` gets a line now and then, for people; `is_cancelled` is asked often.
+
+    Raises ModelError, DeviceError for a device that is missing or too small, and LoadCancelled.
     """
     if settings.device != "cpu":
         raise DeviceError(f"device {settings.device}: this version serves cpu only")
@@ -78,7 +84,7 @@ def load(settings: Settings, report: Callable[[str], None]) -> Engine:
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    load_weights(model, folder, config, dtype, _Progress(report))
+    load_weights(model, folder, config, dtype, _Progress(report, is_cancelled))
 
     block_size = settings.block_size or _BLOCK_SIZE
     plan = plan_cache(
@@ -131,9 +137,7 @@ def _limit_context(config: ModelConfig, settings: Settings) -> ModelConfig:
     if length > config.max_position_embeddings:
         raise ModelError(
             settings.model,
-            [
-                f"max_position_embeddings {config.max_position_embeddings}: --max-context {length} is beyond it"
-            ],
+            [f"max_position_embeddings {config.max_position_embeddings}: below --max-context {length}"],
         )
     return dataclasses.replace(config, max_position_embeddings=length)
 
@@ -154,12 +158,15 @@ def _formats(model: torch.nn.Module) -> dict[str, int]:
 class _Progress:
     """Reports once a second, so that a small model reports nothing."""
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], is_cancelled: Callable[[], bool]) -> None:
         self._report = report
+        self._is_cancelled = is_cancelled
         self._next = time.monotonic() + 1
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are loaded."""
+        """`done` of `total` bytes are loaded. Raises LoadCancelled."""
+        if self._is_cancelled():
+            raise LoadCancelled("stopped while loading")
         now = time.monotonic()
         if now >= self._next:
             self._next = now + 1

@@ -189,7 +189,9 @@ class DecodeServicer(DecodeStepServiceServicer):
 
         async def run() -> tuple[Submitted, Report]:
             if not (step.prefills or step.decodes or step.releases):
-                raise MessageError("INVALID_MESSAGE", "there is nothing to do", [(rows_field, "at least one")])
+                raise MessageError(
+                    "INVALID_MESSAGE", "there is nothing to do", [(rows_field, "at least one")]
+                )
             with self._session(context) as session:
                 message = await self._service.parse(step, names)
                 submitted = self._service.submit_request(session, message, step, True, arrived)
@@ -314,5 +316,3 @@ async def _unserved(context: Context, name: str) -> MessageError:
     error = MessageError("NOT_SERVED_YET", f"{name} is not served")
     await abort(context, error)
     return error
-
-

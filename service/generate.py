@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
-from decodestep.accel.sequences import FinishReason
 from decodestep.service import responses
 from decodestep.service.errors import InvalidRow, MessageError
 from decodestep.service.messages import Decode, Message, Outcome, Prefill, Report, RowReport
@@ -106,7 +105,7 @@ class Generation:
         )
         if row.sampled is not None:
             piece.tokens.append(responses.sampled_token(row.sampled))
-            if self._text is not None and row.finish not in _NOT_SHOWN:
+            if self._text is not None:
                 piece.text = self._text.push(row.sampled.token_id)
         if row.finish is not None:
             piece.finish_reason = responses.FINISH_REASONS[row.finish]
@@ -130,4 +129,3 @@ class Generation:
 
 
 _STEP = Message(decodes=[Decode(_SEQUENCE)])
-_NOT_SHOWN: tuple[FinishReason, ...] = ()

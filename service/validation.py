@@ -68,9 +68,7 @@ class _HasSequenceId(Protocol):
     def sequence_id(self) -> int: ...
 
 
-def _check_ids(
-    path: str, rows: Iterable[_HasSequenceId], seen: set[int], violations: Violations
-) -> None:
+def _check_ids(path: str, rows: Iterable[_HasSequenceId], seen: set[int], violations: Violations) -> None:
     for index, row in enumerate(rows):
         if row.sequence_id in seen:
             violations.append((path.format(index), f"{row.sequence_id} stands in the message more than once"))
@@ -94,7 +92,10 @@ def parse_message(
             parse_prefill(row, f"{names.prefills}[{index}]", texts.get(index), bounds)
             for index, row in enumerate(request.prefills)
         ],
-        decodes=[parse_decode(row, f"{names.decodes}[{index}]", bounds) for index, row in enumerate(request.decodes)],
+        decodes=[
+            parse_decode(row, f"{names.decodes}[{index}]", bounds)
+            for index, row in enumerate(request.decodes)
+        ],
         no_merge=request.no_merge,
         queue_timeout=request.queue_timeout_ms / 1000 if request.queue_timeout_ms else None,
     )
