@@ -53,7 +53,7 @@ class Server:
     """Serves one model. Use it from one event loop: start, wait_loaded, stop."""
 
     def __init__(self, options: ServeOptions, report: Callable[[str], None]) -> None:
-        """`report` gets lines for people; it is called from the device's thread."""
+        """`report` gets lines for people."""
         self.device_failed = asyncio.Event()
         self._options = options
         self._report = report
@@ -170,9 +170,12 @@ class Server:
             max_rows=options.max_rows,
             max_prefill_tokens=options.max_prefill_tokens,
         )
-        engine = load(settings, self._report, lambda: self._is_stopping)
+        engine = load(settings, self._report_from_thread, lambda: self._is_stopping)
         self._tokenizer = Tokenizer.load(engine.folder)
         return engine
+
+    def _report_from_thread(self, line: str) -> None:
+        self._loop.call_soon_threadsafe(self._report, line)
 
     def _make_queue(self, engine: Engine) -> StepQueue:
         self._queue = StepQueue(self._options.max_queue, engine.executor.max_rows)

@@ -25,7 +25,7 @@ def show(title: str, report: Mapping[str, Any], as_json: bool) -> None:
         table.add_column(style="dim")
         table.add_column(overflow="fold")
         for key, value in values.items():
-            table.add_row(key, escape(_cell(key, value)))
+            table.add_row(key, escape(_cell(key if name == title else f"{key} of {name}", value)))
         console.print(table)
         console.print()
 
@@ -33,7 +33,7 @@ def show(title: str, report: Mapping[str, Any], as_json: bool) -> None:
 def _cell(key: str, value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(key, item)}" for name, item in value.items()) or "-"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return (
             "\n".join(map(str, value)) if key == "problems" and value else ", ".join(map(str, value)) or "-"
         )

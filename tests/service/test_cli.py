@@ -27,7 +27,7 @@ from decodestep.service.options import ModelOptions, ServeOptions
 DEMO = Path(decodestep.accel.__file__).parent / "demo_model"
 PROMPTS = ["In the beginning", "And the LORD said unto Moses,", "The heavens declare"]
 COMMAND = [sys.executable, "-m", "decodestep.service.cli"]
-SMALL = ["--num-blocks", "64", "--threads", "1"]
+SMALL = ["--num-blocks", "64", "--threads", "1", "--dtype", "float32"]
 
 
 def run(*arguments: str, stdin: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -338,7 +338,7 @@ def test_generate_gives_the_tokens_of_transformers_in_order(
 
 def test_generate_starts_a_service_of_its_own(expected: dict[str, tuple[list[int], str]]) -> None:
     prompt = PROMPTS[0]
-    result = run("generate", "--prompt", prompt, "--max-tokens", "24", "--dtype", "float32", *SMALL)
+    result = run("generate", "--prompt", prompt, "--max-tokens", "24", *SMALL)
     assert result.returncode == 0, result.stderr
     assert result.stdout == expected[prompt][1] + "\n"
 
