@@ -1,4 +1,4 @@
-"""What setuptools cannot read from pyproject.toml: packages under their import names, and code made from proto/."""
+"""What pyproject.toml cannot say: packages under their import names, and code made from proto/."""
 
 import shutil
 import subprocess

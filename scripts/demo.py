@@ -1,4 +1,4 @@
-"""Start a service with the demo model, drive it from a client process, stop it. Fails if any of these fails."""
+"""Start a service with the demo model, drive it from a client process, stop it. Fails if any of it fails."""
 
 import signal
 import subprocess

@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import grpc
 
 from decodestep.service import responses
-from decodestep.service.errors import MessageError, abort, status_of
+from decodestep.service.errors import Context, MessageError, abort, status_of
 from decodestep.service.generate import Generation
 from decodestep.service.info import server_info, session_info
 from decodestep.service.messages import Report
@@ -22,12 +22,20 @@ from decodestep.service.validation import Names
 from decodestep.v1 import blocks_pb2, generate_pb2, info_pb2, step_pb2
 from decodestep.v1.service_pb2_grpc import DecodeStepServiceServicer
 
-Context = grpc.aio.ServicerContext
 T = TypeVar("T")
 
 _PREFILL_NAMES = Names(prefills="rows")
 _DECODE_NAMES = Names(decodes="rows")
 _RELEASE_NAMES = Names(releases="sequence_ids[{}]")
+
+
+class _Common(TypedDict):
+    """What the answers of all unary calls have."""
+
+    instance_id: str
+    step_id: int | None
+    from_record: bool
+    free_blocks: int
 
 
 class DecodeServicer(DecodeStepServiceServicer):
@@ -36,7 +44,9 @@ class DecodeServicer(DecodeStepServiceServicer):
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def Step(self, _: object, context: Context) -> None:
+    async def Step(  # type: ignore[override]  # reads and writes through the context
+        self, _: object, context: Context
+    ) -> None:
         """One answer a message, in order, reading up to max_in_flight messages ahead of the answers."""
         try:
             with self._session(context) as session:
@@ -208,7 +218,7 @@ class DecodeServicer(DecodeStepServiceServicer):
         request: step_pb2.PrefillRequest | step_pb2.DecodeStepRequest | step_pb2.ReleaseRequest,
         submitted: Submitted,
         report: Report,
-    ) -> dict[str, object]:
+    ) -> _Common:
         return {
             "instance_id": self._service.instance_id,
             "step_id": request.step_id if request.HasField("step_id") else None,
@@ -230,7 +240,7 @@ class _Stream:
         self._has_ended = False
 
     async def run(self) -> None:
-        """Until the client has sent its last message and has all answers. When it goes, what waits goes too."""
+        """Until the client has sent its last message and has all answers. If it goes, what waits goes too."""
         reader = asyncio.create_task(self._read())
         try:
             await self._write()
@@ -246,7 +256,7 @@ class _Stream:
             while True:
                 await self._room.acquire()
                 request = await self._context.read()
-                if request is grpc.aio.EOF:
+                if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
                     return
                 arrived = time.perf_counter()
                 step_id = request.step_id if request.HasField("step_id") else None

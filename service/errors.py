@@ -1,17 +1,20 @@
-"""Every error of the contract: its reason, its status code, and what a caller may do. docs/errors.md shows it."""
+"""Every error of the contract: its reason, its code, and what a caller may do. docs/errors.md shows it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from decodestep.accel.errors import RowError
 
 DOMAIN = "decodestep"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +136,13 @@ def status_of(error: MessageError | RowError) -> status_pb2.Status:
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext, error: MessageError | RowError) -> None:
+async def abort(context: Context, error: MessageError | RowError) -> None:
     """End the RPC with the error's status. Raises."""
     status = rpc_status.to_status(status_of(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
 
 
-def _attach(status: status_pb2.Status, detail: object) -> None:
+def _attach(status: status_pb2.Status, detail: Message) -> None:
     packed = any_pb2.Any()
     packed.Pack(detail)
     status.details.append(packed)

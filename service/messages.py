@@ -61,10 +61,14 @@ class Message:
     queue_timeout: float | None = None  # seconds
 
     @property
+    def stepped_ids(self) -> set[int]:
+        """The sequences of its prefill and decode rows."""
+        return {row.sequence_id for row in self.prefills} | {row.sequence_id for row in self.decodes}
+
+    @property
     def sequence_ids(self) -> set[int]:
         """Every sequence it names."""
-        rows = (*self.releases, *self.prefills, *self.decodes)
-        return {row.sequence_id for row in rows}
+        return self.stepped_ids | {row.sequence_id for row in self.releases}
 
 
 class Outcome(enum.Enum):

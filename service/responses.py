@@ -51,7 +51,7 @@ def prompt_logprobs(report: RowReport) -> Iterable[sampling_pb2.PromptLogprob]:
         yield sampling_pb2.PromptLogprob(
             position=report.prompt_start + offset,
             token_id=place.token_id,
-            logprob=place.logprob,
+            logprob=place.logprob,  # type: ignore[arg-type]  # a prompt has it at every place
             top_logprobs=_top(place),
         )
 

@@ -7,8 +7,9 @@ import contextlib
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -203,21 +204,19 @@ class Server:
         self._spawn(self._set_health(Health.NOT_SERVING))
         self.device_failed.set()
 
-    async def _set_health(
-        self, status: Health.ServingStatus, then: asyncio.Future[None] | None = None
-    ) -> None:
+    async def _set_health(self, status: int, then: asyncio.Future[None] | None = None) -> None:
         for service in _CHECKED:
             await self._health.set(service, status)
         if then is not None:
             then.set_result(None)
 
-    def _spawn(self, work: object) -> None:
-        task = self._loop.create_task(work)  # type: ignore[arg-type]  # a coroutine
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
+def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler[Any, Any]:
     """Reflection v1: the same messages as v1alpha under another service name."""
     handler = grpc.stream_stream_rpc_method_handler(
         ReflectionServicer(names).ServerReflectionInfo,

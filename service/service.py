@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import grpc
-
 from decodestep.accel.loader import Engine
-from decodestep.service.errors import MessageError
+from decodestep.service.errors import Context, MessageError
 from decodestep.service.messages import Message, Release, Report
 from decodestep.service.options import ServeOptions
 from decodestep.service.sessions import DEFAULT_SESSION, Answer, Session, SessionKey, Sessions
@@ -86,7 +85,7 @@ class Service:
         """KV blocks that nobody holds; 0 while there are none."""
         return 0 if self._loaded is None else self._loaded.engine.executor.table.allocator.num_free
 
-    def session_key(self, context: grpc.aio.ServicerContext) -> SessionKey:
+    def session_key(self, context: Context) -> SessionKey:
         """Identity and name of the session that a call names. Raises MessageError."""
         name = DEFAULT_SESSION
         for key, value in context.invocation_metadata() or ():
@@ -177,9 +176,9 @@ class Service:
             if entry in named:
                 entry.is_cancelled = True
                 told += 1
-            rows = {row.sequence_id for row in (*entry.message.prefills, *entry.message.decodes)}
-            entry.cancelled_ids |= rows & sequence_ids
-            told += len(rows & sequence_ids)
+            rows = entry.message.stepped_ids & sequence_ids
+            entry.cancelled_ids |= rows
+            told += len(rows)
         return told
 
     def _end_session(self, session: Session) -> None:
@@ -190,7 +189,5 @@ class Service:
         for entry in queue.drop(session.sequences, queue.entries(session.sequences)):
             entry.future.cancel()
         message = Message(releases=[Release(0, all=True)])
-        try:
+        with contextlib.suppress(MessageError):  # the queue is closed: everything ends
             self.submit(session, message, must_fit=False, arrived=time.perf_counter())
-        except MessageError:
-            pass  # the queue is closed: everything ends

@@ -65,7 +65,7 @@ class StepQueue:
         self._waiting = 0
 
     def put(self, entry: Entry, must_fit: bool) -> None:
-        """Append to its session's entries. Raises MessageError QUEUE_FULL (`must_fit`), or why it is closed."""
+        """Append to its session's entries. MessageError: QUEUE_FULL (`must_fit`), or why it is closed."""
         with self._changed:
             if self._closed is not None:
                 raise self._closed
@@ -114,7 +114,7 @@ class StepQueue:
     def take(self) -> list[Entry]:
         """Wait for the next turn: one entry with prefills or none merged, or several with decodes only.
 
-        An entry that has expired, or was cancelled before it started, comes alone. Empty when closed and done.
+        An entry that has expired, or was cancelled before it started, comes alone. Empty: closed and done.
         """
         with self._changed:
             while True:

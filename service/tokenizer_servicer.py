@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
 from google.protobuf import json_format
 
-from decodestep.service.errors import MessageError, abort
+from decodestep.service.errors import Context, MessageError, abort
 from decodestep.service.service import Service
 from decodestep.service.templates import render
 from decodestep.v1 import tokenizer_pb2
 from decodestep.v1.tokenizer_pb2_grpc import TokenizerServiceServicer
-
-Context = grpc.aio.ServicerContext
 
 
 class TokenizerServicer(TokenizerServiceServicer):

@@ -171,7 +171,7 @@ def parse_sampling(
         return value
 
     def count(name: str, limit: int) -> int | None:
-        if not message.HasField(name):
+        if not message.HasField(name):  # type: ignore[arg-type]  # the stubs want literals
             return None
         value = int(getattr(message, name))
         if value > limit:

@@ -44,7 +44,7 @@ class Linear(torch.nn.Module):
 
 def is_packable(weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies by this weight natively on this processor."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -134,4 +134,5 @@ class Qwen3ForCausalLM(torch.nn.Module):
         """Hidden states [N, hidden] to float32 logits [N, vocab]."""
         if self.lm_head is None:
             return linear_unpacked(hidden, self.model.embed_tokens.weight).float()
-        return self.lm_head(hidden).float()
+        out: torch.Tensor = self.lm_head(hidden)
+        return out.float()

@@ -37,7 +37,9 @@ class Processors:
         """
         params = [self._state.params[slot] for slot in rows.slots]
         penalised = [row for row, p in enumerate(params) if _is_penalised(p)]
-        biased = [row for row, slot in enumerate(rows.slots) if self._state.bias[slot] is not None]
+        biased = [
+            (row, bias) for row, slot in enumerate(rows.slots) if (bias := self._state.bias[slot]) is not None
+        ]
         early = [
             row for row, p in enumerate(params) if rows.lengths[row] - rows.prompt_lengths[row] < p.min_tokens
         ]
@@ -46,9 +48,8 @@ class Processors:
         work = logits.clone()
         if penalised:
             work[penalised] = self._penalise(work[penalised], penalised, rows, history)
-        for row in biased:
-            tokens, values = self._state.bias[rows.slots[row]] or (None, None)
-            work[row, tokens] += values
+        for row, (tokens, values) in biased:
+            work[row].index_put_((tokens,), values, accumulate=True)
         if rows.bitmasks:
             masked = list(rows.bitmasks)
             words = np.stack([rows.bitmasks[row] for row in masked])

@@ -81,8 +81,9 @@ class Sampler:
             spoken = logits[told]
             for place, row in enumerate(told):
                 if params[row].processed_logprobs:
-                    is_drawn = kept is not None and row in drawn
-                    spoken[place] = kept[drawn.index(row)].log() if is_drawn else work[row]
+                    spoken[place] = (
+                        work[row] if kept is None or row not in drawn else kept[drawn.index(row)].log()
+                    )
             logprobs = spoken.log_softmax(-1)
             packed[told, _LOGPROB] = logprobs.gather(1, tokens[told][:, None])[:, 0].double()
             if top:
@@ -122,7 +123,7 @@ def _best(logprobs: torch.Tensor, top: int) -> torch.Tensor:
     """
     count = min(MAX_LOGPROBS, logprobs.shape[1])
     tokens = logprobs.topk(count, -1).indices.sort(-1).values
-    values, order = logprobs.gather(1, tokens).sort(-1, descending=True, stable=True)
+    values, order = logprobs.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
     pairs = torch.stack((tokens.gather(1, order).double(), values.double()), -1)
     missing = top - count
     if missing > 0:
