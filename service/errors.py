@@ -55,7 +55,6 @@ REASONS: dict[str, Reason] = {
         code_pb2.UNAVAILABLE, "the device has failed and the server ends: go to another one"
     ),
     "SHUTTING_DOWN": Reason(code_pb2.UNAVAILABLE, "the server ends: nothing of this ran"),
-    "INTERNAL": Reason(code_pb2.INTERNAL, "a bug in the server: its log has the trace"),
     # Of one row: other rows of the message are not touched.
     "INVALID_ROW": Reason(code_pb2.INVALID_ARGUMENT, "BadRequest names the fields: correct them"),
     "SEQUENCE_EXISTS": Reason(
