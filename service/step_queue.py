@@ -109,7 +109,7 @@ class StepQueue:
     def entries(self, owner: Sequences) -> list[Entry]:
         """Entries of a session that wait or run."""
         with self._changed:
-            return list(self._ring.get(owner, ()))
+            return [one for one in self._ring.get(owner, ()) if one.is_started or not one.is_dropped]
 
     def take(self) -> list[Entry]:
         """Wait for the next turn: one entry with prefills or none merged, or several with decodes only.
