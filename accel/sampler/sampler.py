@@ -60,7 +60,8 @@ class Sampler:
         status = (~torch.isfinite(peaks)).double() * RowStatus.NOT_FINITE
         if work is not logits:
             is_sound = torch.isfinite(logits.amax(-1))
-            status = torch.where(is_sound & (peaks == -torch.inf), float(RowStatus.NOTHING_ALLOWED), status)
+            status = torch.where(peaks == -torch.inf, float(RowStatus.NOTHING_ALLOWED), status)
+            status = torch.where(is_sound, status, float(RowStatus.NOT_FINITE))  # also where a mask hides it
         packed[:, _STATUS] = status
         drawn = [row for row, p in enumerate(params) if p.temperature > 0]
         kept: torch.Tensor | None = None
