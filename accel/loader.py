@@ -18,7 +18,7 @@ from decodestep.accel.errors import AccelError, DeviceError, ModelError
 from decodestep.accel.executor import Executor
 from decodestep.accel.kv_cache import BlockAllocator, CachePlan, plan_cache
 from decodestep.accel.layers.linear import Linear
-from decodestep.accel.models.qwen3 import Qwen3ForCausalLM
+from decodestep.accel.models.qwen3 import Embedding, Qwen3ForCausalLM
 from decodestep.accel.sampler.sampler import Sampler
 from decodestep.accel.sampler.state import SamplingState
 from decodestep.accel.sequences import SequenceTable
@@ -150,7 +150,7 @@ def _formats(model: torch.nn.Module) -> dict[str, int]:
     """How many tensors are packed for their kernel and how many are as in the checkpoint."""
     formats: Counter[str] = Counter()
     for module in model.modules():
-        formats["packed"] += isinstance(module, Linear) and module.is_packed
+        formats["packed"] += isinstance(module, Linear | Embedding) and module.is_packed
         formats["plain"] += sum(1 for _ in module.parameters(recurse=False))
     return {name: count for name, count in formats.items() if count}
 

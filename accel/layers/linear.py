@@ -8,9 +8,6 @@ import torch.nn.functional as F  # noqa: N812
 # oneDNN picks the layout for this number of rows. Measured on AVX-512 with 1 to 1024 rows: one layout serves
 # all of them, at least as fast as F.linear at 1 row and up to twice as fast at 2 to 16.
 _ROWS_TO_PACK_FOR = 128
-# From 3 to this many float32 rows, weight @ x.T reads an unpacked weight faster than F.linear does.
-_MOST_TRANSPOSED_ROWS = 32
-_LEAST_TRANSPOSED_ROWS = 3
 
 
 class Linear(torch.nn.Module):
@@ -24,9 +21,8 @@ class Linear(torch.nn.Module):
 
     def pack(self) -> None:
         """Bring the weight into oneDNN's layout and drop the original, where oneDNN computes in its dtype."""
-        if is_packable(self.weight):
-            reorder = torch.ops.mkldnn._reorder_linear_weight
-            self._packed = reorder(self.weight.detach(), _ROWS_TO_PACK_FOR)
+        self._packed = packed(self.weight)
+        if self._packed is not None:
             del self.weight
 
     @property
@@ -38,11 +34,24 @@ class Linear(torch.nn.Module):
         """[N, in_features] to [N, out_features]."""
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return out
+        return linear_packed(x, self._packed, self.bias)
 
 
-def is_packable(weight: torch.Tensor) -> bool:
+def packed(weight: torch.Tensor) -> torch.Tensor | None:
+    """A weight [out, in] in oneDNN's layout, or None where oneDNN does not compute in its dtype."""
+    if not _is_packable(weight):
+        return None
+    out: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_TO_PACK_FOR)
+    return out
+
+
+def linear_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """X W^T + b for a packed W."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def _is_packable(weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies by this weight natively on this processor."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -51,11 +60,3 @@ def is_packable(weight: torch.Tensor) -> bool:
     if weight.dtype is torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return weight.dtype is torch.float32
-
-
-def linear_unpacked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """X W^T for a weight [out, in] that stays as it is, such as a tied embedding."""
-    rows = x.shape[0]
-    if x.dtype is torch.float32 and _LEAST_TRANSPOSED_ROWS <= rows <= _MOST_TRANSPOSED_ROWS:
-        return torch.mm(weight, x.t()).t().contiguous()
-    return F.linear(x, weight)

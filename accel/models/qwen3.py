@@ -7,11 +7,12 @@ import torch.nn.functional as F  # noqa: N812
 
 from decodestep.accel.config import ModelConfig
 from decodestep.accel.forward_context import ForwardContext
-from decodestep.accel.layers.linear import Linear, linear_unpacked
+from decodestep.accel.layers.linear import Linear, linear_packed, packed
 from decodestep.accel.layers.norm import RMSNorm
 from decodestep.accel.layers.rotary import RotaryEmbedding, rotate
 
 Factors = tuple[torch.Tensor, torch.Tensor]
+_ROWS_TO_NARROW = 1024  # at a time: they stay in the processor's cache
 
 
 class Qwen3Attention(torch.nn.Module):
@@ -73,16 +74,49 @@ class Qwen3DecoderLayer(torch.nn.Module):
 
 
 class Embedding(torch.nn.Module):
-    """Rows of the vocabulary."""
+    """Rows of the vocabulary, and the head that a tied model makes of them."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         shape = (config.vocab_size, config.hidden_size)
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype), False)
+        self._dtype = dtype
+        self._is_head = config.tie_word_embeddings
+        self._packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """Give the head a copy in its kernel's layout, and keep the rows in 16 bits where those hold them."""
+        if self._is_head:
+            self._packed = packed(self.weight)
+        if self._packed is not None or not self._is_head:
+            self.weight = torch.nn.Parameter(_narrowed(self.weight), False)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the head has a copy in its kernel's layout."""
+        return self._packed is not None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] to [T, hidden]."""
-        return F.embedding(token_ids, self.weight)
+        return F.embedding(token_ids, self.weight).to(self._dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] to [N, vocab]."""
+        if self._packed is None:
+            return F.linear(hidden, self.weight)
+        return linear_packed(hidden, self._packed, None)
+
+
+def _narrowed(weight: torch.Tensor) -> torch.Tensor:
+    """The same numbers in bfloat16, if it can hold them all: those of a bfloat16 checkpoint in float32."""
+    if weight.dtype is not torch.float32:
+        return weight
+    narrow = torch.empty_like(weight, dtype=torch.bfloat16)
+    for row in range(0, len(weight), _ROWS_TO_NARROW):
+        rows = slice(row, row + _ROWS_TO_NARROW)
+        if not torch.equal(narrow[rows].copy_(weight[rows]).float(), weight[rows]):
+            return weight
+    return narrow
 
 
 class Qwen3Model(torch.nn.Module):
@@ -118,7 +152,6 @@ class Qwen3ForCausalLM(torch.nn.Module):
         self.config = config
         self.dtype = dtype
         self.model = Qwen3Model(config, dtype)
-        # A tied head reads the embedding as it is: a packed copy would cost its size again.
         self.lm_head: Linear | None = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
@@ -133,6 +166,6 @@ class Qwen3ForCausalLM(torch.nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, hidden] to float32 logits [N, vocab]."""
         if self.lm_head is None:
-            return linear_unpacked(hidden, self.model.embed_tokens.weight).float()
+            return self.model.embed_tokens.logits(hidden).float()
         out: torch.Tensor = self.lm_head(hidden)
         return out.float()
