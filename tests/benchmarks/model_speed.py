@@ -3,8 +3,8 @@
     python tests/benchmarks/model_speed.py                       # a random model of Qwen3-0.6B's shape
     python tests/benchmarks/model_speed.py --model FOLDER compute stream
 
-What is compared runs in turns in one run, and a claim is the ratio of medians: absolute times say more about the
-machine, and who else is on it, than about the code.
+What is compared runs in turns in one run, and a claim is the ratio of medians: absolute times say more about
+the machine, and who else is on it, than about the code.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def compute(model: Path, rounds: int) -> dict[str, float]:
-    """Prefill and decode step in float32 and in the dtype that `auto` picks, against transformers in float32."""
+    """Prefill and step, in float32 and in the dtype that `auto` picks, against transformers in float32."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     auto, _ = choose_dtype("auto", ModelConfig.from_folder(model), "cpu")
     dtypes = dict.fromkeys(["float32", str(auto).removeprefix("torch.")])
@@ -173,8 +173,8 @@ def stream(model: Path, rounds: int) -> dict[str, float]:
                 if turn > 0:
                     times["in-process"] += here
                     times["Step stream"] += over
-            for side, name in (("in-process", ""), ("Step stream", "ratio ")):
-                p50, p99 = np.percentile(times[side], (50, 99))
+            for side, values in times.items():
+                p50, p99 = np.percentile(values, (50, 99))
                 print(
                     f"batch {batch}: {side:11} p50 {1e3 * p50:7.2f} ms, p99 {1e3 * p99:7.2f} ms", flush=True
                 )
