@@ -87,8 +87,10 @@ class Executor:
         self.max_prefill_tokens = max_prefill_tokens
         self.max_rows = max_rows
         self._context = ForwardContext(attention)
-        # Hidden state of each sequence's last position, for the first prompt logprob of an append.
+        # Hidden state of each sequence's last position, for the first prompt logprob of an append, and the
+        # length it belongs to: another one after a truncation whose draw failed.
         self._last_hidden = torch.zeros(table.num_slots, model.config.hidden_size, dtype=model.dtype)
+        self._last_length = np.zeros(table.num_slots, dtype=np.int64)
         size = max(max_prefill_tokens, max_rows)
         self._input_ids = torch.zeros(size, dtype=torch.int64)
         self._positions = torch.zeros(size, dtype=torch.int64)
@@ -121,7 +123,7 @@ class Executor:
     def settle(self, task: Task) -> None:
         """Leave a task that is stopped before its last token at what was computed."""
         if task.carry is not None:
-            self._last_hidden[task.sequence.slot] = task.carry
+            self._keep([task], task.carry[None])
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -153,10 +155,15 @@ class Executor:
             self._sample([pieces[row][0] for row in heads], logits)
         finished = [row for row, (task, _) in enumerate(pieces) if task.done and task.error is None]
         if finished:
-            slots = [pieces[row][0].sequence.slot for row in finished]
-            self._last_hidden[slots] = last[finished]
+            self._keep([pieces[row][0] for row in finished], last[finished])
         sampled = time.perf_counter()
         return StepTiming(len(pieces), tokens, prepared - began, computed - prepared, sampled - computed)
+
+    def _keep(self, tasks: list[Task], hidden: torch.Tensor) -> None:
+        """Remember the hidden states [N, hidden] of the sequences' last positions."""
+        slots = [task.sequence.slot for task in tasks]
+        self._last_hidden[slots] = hidden
+        self._last_length[slots] = [task.sequence.length for task in tasks]
 
     def _stage(self, pieces: list[tuple[Task, int]]) -> int:
         """Write inputs, history and metadata of the next forward. Returns its number of tokens."""
@@ -229,7 +236,7 @@ class Executor:
         """Logprobs of the piece's tokens, given hidden states [count, hidden] of their positions."""
         sequence = task.sequence
         before = task.carry
-        if before is None and sequence.length > 0:
+        if before is None and self._last_length[sequence.slot] == sequence.length > 0:
             before = self._last_hidden[sequence.slot]
         ids = task.token_ids[task.fed : task.fed + count]
         if before is None:
