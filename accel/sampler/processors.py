@@ -22,6 +22,15 @@ class SampleRows:
     prompt_lengths: list[int]  # leading tokens that were given
     bitmasks: dict[int, npt.NDArray[np.uint32]]  # by row: allowed tokens, packed words of 32
 
+    def take(self, rows: list[int]) -> SampleRows:
+        """Some of the rows."""
+        return SampleRows(
+            [self.slots[row] for row in rows],
+            [self.lengths[row] for row in rows],
+            [self.prompt_lengths[row] for row in rows],
+            {at: self.bitmasks[row] for at, row in enumerate(rows) if row in self.bitmasks},
+        )
+
 
 class Processors:
     """Applies everything that comes before the temperature, in the order of sampling.proto."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decodestep.accel.sampler.draw import draw
+from decodestep.accel.sampler.draw import CANDIDATES, draw
 from decodestep.accel.sampler.params import MAX_LOGPROBS
 from decodestep.accel.sampler.processors import Processors, SampleRows
 from decodestep.accel.sampler.random import Purpose, uniforms
@@ -26,6 +26,7 @@ class RowStatus(enum.IntEnum):
     OK = 0
     NOT_FINITE = 1  # NaN or +inf in the logits, or nothing but -inf
     NOTHING_ALLOWED = 2  # masks leave no token
+    SHORT = 3  # drawn anew by `sample`: top-p needs more candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,12 @@ class SampledRows:
     logprobs: list[float | None]
     top_logprobs: list[_Top]
 
+    def replace(self, rows: list[int], others: SampledRows) -> None:
+        """Put those of `others`, in order, into these rows."""
+        for at, row in enumerate(rows):
+            self.token_ids[row], self.status[row] = others.token_ids[at], others.status[at]
+            self.logprobs[row], self.top_logprobs[row] = others.logprobs[at], others.top_logprobs[at]
+
 
 class Sampler:
     """Samples as sampling.proto says. What a row gets depends on the row alone, bit for bit."""
@@ -46,10 +53,21 @@ class Sampler:
         self._processors = Processors(state)
 
     def sample(self, logits: torch.Tensor, rows: SampleRows, history: torch.Tensor) -> SampledRows:
-        """Draw for logits [R, vocab] float32, which stay as they are."""
-        return self.unpack(self.launch(logits, rows, history), rows)
+        """Draw for logits [R, vocab] float32, which stay as they are.
 
-    def launch(self, logits: torch.Tensor, rows: SampleRows, history: torch.Tensor) -> torch.Tensor:
+        One copy to the host; a second one if a flat distribution has a row's top-p sort the vocabulary.
+        """
+        sampled = self.unpack(self.launch(logits, rows, history), rows)
+        short = [row for row, status in enumerate(sampled.status) if status is RowStatus.SHORT]
+        if short:
+            some = rows.take(short)
+            packed = self.launch(logits[short], some, history, self._state.vocab_size)
+            sampled.replace(short, self.unpack(packed, some))
+        return sampled
+
+    def launch(
+        self, logits: torch.Tensor, rows: SampleRows, history: torch.Tensor, candidates: int = CANDIDATES
+    ) -> torch.Tensor:
         """Issue all device work of a draw. Returns what `unpack` takes: float64 [R, columns]."""
         params = [self._state.params[slot] for slot in rows.slots]
         work = self._processors.apply(logits, rows, history)
@@ -62,21 +80,25 @@ class Sampler:
             is_sound = torch.isfinite(logits.amax(-1))
             status = torch.where(peaks == -torch.inf, float(RowStatus.NOTHING_ALLOWED), status)
             status = torch.where(is_sound, status, float(RowStatus.NOT_FINITE))  # also where a mask hides it
-        packed[:, _STATUS] = status
         drawn = [row for row, p in enumerate(params) if p.temperature > 0]
         kept: torch.Tensor | None = None
         if drawn:
             numbers = uniforms(
                 [params[row].seed for row in drawn], [rows.lengths[row] for row in drawn], Purpose.SAMPLE
             )
-            chosen, kept = draw(
+            chosen, kept, is_short = draw(
                 self._state,
                 [rows.slots[row] for row in drawn],
                 work if len(drawn) == len(params) else work[drawn],
                 torch.from_numpy(numbers).to(logits.device),
+                candidates,
             )
             tokens[drawn] = chosen
+            status[drawn] = torch.where(
+                is_short & (status[drawn] == 0), float(RowStatus.SHORT), status[drawn]
+            )
         packed[:, _TOKEN] = tokens
+        packed[:, _STATUS] = status
         told = [row for row, p in enumerate(params) if p.logprobs is not None]
         if told:
             spoken = logits[told]

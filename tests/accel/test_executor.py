@@ -186,7 +186,10 @@ def test_neighbours_change_nothing(executor: Executor) -> None:
         executor.table.close(sequence)
     order = [3, 1, 4, 0, 2]
     sequences = [open_(executor, **params[index]) for index in order]
-    first = [feed(executor, one, prompt(3 + 9 * index, seed=index)) for one, index in zip(sequences, order)]
+    first = [
+        feed(executor, one, prompt(3 + 9 * index, seed=index))
+        for one, index in zip(sequences, order, strict=True)
+    ]
     together = [[token(one)] for one in first]
     for number in range(30):
         rows = sequences if number % 3 else sequences[::-1]
