@@ -339,3 +339,14 @@ def test_a_step_copies_to_the_host_once(executor: Executor) -> None:
     with _HostCopies() as copies:
         step(executor, *sequences)
     assert copies.seen == ["tolist"]
+
+
+def test_a_flat_distribution_costs_one_copy_more(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, {"vocab_size": 2000})
+    settings = Settings(str(folder), dtype="float32", num_blocks=20, max_sequences=4)
+    executor = load(settings, lambda line: None).executor
+    flat = open_(executor, temperature=100.0, top_p=0.9, seed=1)
+    feed(executor, flat, [5])
+    with _HostCopies() as copies:
+        step(executor, flat)
+    assert copies.seen == ["tolist", "tolist"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONFIGS
+from checkpoints import CONFIGS, make_checkpoint
 from transformers import Qwen3ForCausalLM as Reference
 
 from decodestep.accel.attention.base import AttentionMetadata
@@ -163,3 +163,18 @@ def test_positions_up_to_the_end_of_the_context(checkpoint_of: Callable[[str], P
         with torch.inference_mode():
             theirs = Reference.from_pretrained(folder, dtype=torch.float32)(torch.tensor([prompt])).logits[0]
         assert (ours - theirs).abs().max() <= AGAINST_REFERENCE
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_embedding_rows_are_kept_in_16_bits_only_where_nothing_is_lost(
+    tmp_path: Path, stored: torch.dtype
+) -> None:
+    tied = {"tie_word_embeddings": True}
+    rig = Rig(make_checkpoint(tmp_path, tied, dtype=stored))
+    embedding = rig.model.model.embed_tokens
+    want = Reference.from_pretrained(tmp_path, dtype=torch.float32).model.embed_tokens.weight
+    if embedding.is_packed:
+        assert embedding.weight.dtype is stored
+    have = embedding(torch.arange(rig.config.vocab_size))
+    assert have.dtype is torch.float32
+    assert torch.equal(have, want)
