@@ -241,7 +241,7 @@ def test_grpcurl_finds_and_calls_everything(server: Running) -> None:
     row = json.dumps({"rows": [{"sequenceId": 7, "text": "It was a bright cold day"}]})
     answer = json.loads(grpcurl(server.address, "-d", row, "decodestep.v1.DecodeStepService/Prefill"))
     assert answer["rows"][0]["outcome"] == "ROW_OUTCOME_SAMPLED"
-    assert answer["rows"][0]["kvLength"] == len(PROMPT)
+    assert answer["rows"][0]["kv_length"] == len(PROMPT)
     health = json.loads(grpcurl(server.address, "grpc.health.v1.Health/Check"))
     assert health == {"status": "SERVING"}
 
@@ -256,9 +256,7 @@ def test_reflection_of_both_versions(server: Running, version: str) -> None:
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
     )
-    request = reflection_pb2.ServerReflectionRequest(
-        file_containing_symbol="decodestep.v1.DecodeStepService.Step"
-    )
+    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="decodestep.v1.DecodeStepService")
     answer = next(call(iter([request])))
     assert answer.file_descriptor_response.file_descriptor_proto
 
@@ -269,4 +267,4 @@ def test_generate_through_grpcurl(server: Running) -> None:
     want = server.stub.Generate(
         generate_pb2.GenerateRequest(text="It was", sampling={"max_tokens": 3, "ignore_eos": True})
     )
-    assert pieces.count('"tokenId"') == sum(len(piece.tokens) for piece in want) == 3
+    assert pieces.count('"token_id"') == sum(len(piece.tokens) for piece in want) == 3
